@@ -21,6 +21,7 @@ from halfbyte.data.prepare import prepare
 from halfbyte.data.tables import digest_of_rows
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.loading.tokenizers import load_run_tokenizer
+from halfbyte.methods import method_of
 from halfbyte.modeling.architectures import all_linear
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.utils.errors import ConfigError, DataError, HalfbyteError, ModelError
@@ -155,6 +156,19 @@ def test_images_in_every_form_are_the_same_rows(places, tmp_path):
     pixels = np.asarray(image)
     assert all((np.asarray(opened(row["images"][0])) == pixels).all() for row in rows)
     assert (rows[0]["images"][0]["path"], rows[4]["images"][0]["path"]) == (str(tmp_path / "a.png"), None)
+
+
+@pytest.mark.parametrize("method", ["sft", "kto", "grpo"])
+def test_column_mapping_names_the_column_of_images(method, places, tmp_path):
+    picture(1).save(tmp_path / "a.png")
+    row = {"prompt": [{"role": "user", "content": "<image> look"}], "completion": [ANSWER], "picture_path": "a.png"}
+    path = write_rows(tmp_path / "d.jsonl", row | {"label": True}, row | {"label": False})
+    rewards = {"reward_funcs": [{"regex": "a"}], "num_generations": 2, "per_device_train_batch_size": 2}
+    further = rewards | {"max_completion_length": 9} if method == "grpo" else {}
+    keys = {"column_mapping": {"images": "picture_path"}, "method": method} | further
+    config = configured(places("qwen2_5_vl") / "model", path, **keys)
+    rows = method_of(config).ready(config, load_run_tokenizer(config)).train
+    assert [len(row["images"]) for row in rows] == [1, 1]
 
 
 @pytest.mark.parametrize("nothing", [None, [], "", [None], {}, {"path": None, "bytes": None}], ids=str)

@@ -58,7 +58,7 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 # Parts that `column_mapping` may name.
 PARTS = (
     *("messages", "prompt", "completion", "instruction", "input", "output", "text"),
-    *("system", "tools", "context", "history"),
+    *("system", "tools", "context", "history", "images"),
 )
 WRITE_CALL = 'write a call as {"function": {"name": "f", "arguments": {"x": 1}}}'
 # Keys of a turn that say whether it is trained: Axolotl (train, training), ms-swift (loss), verl (loss_mask), OpenAI

@@ -16,6 +16,7 @@ import re
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from ..utils.errors import ConfigError, DataError
 from ..utils.text import brief
 from .formats import IMAGE_ROLES as ROLES
 from .formats import Document, described, has_images, image_parts
-from .sources import Row, closest
+from .sources import Row, Source, closest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -243,6 +244,18 @@ def has_placeholders(document: Document) -> bool:
 def images_in(row: Row) -> list[Any]:
     """Return the images in the columns of a row."""
     return [value for name in COLUMNS for value in _listed(row.get(name))]
+
+
+def with_image_column(source: Source, mapping: Mapping[str, str] | None) -> Source:
+    """Return a source whose column of images, as `column_mapping` names it, is called `images`."""
+    column = (mapping or {}).get(IMAGES, IMAGES)
+    if column == IMAGES:
+        return source
+    rows = [
+        {name: value for name, value in row.items() if name not in (column, IMAGES)} | {IMAGES: row.get(column)}
+        for row in source.rows
+    ]
+    return replace(source, rows=rows)
 
 
 def refuse_other_media(row: Row, document: Document, reads_images: bool, location: str) -> None:

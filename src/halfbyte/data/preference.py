@@ -60,6 +60,7 @@ Kind = Literal["pairs", "unpaired", "prompts", "stepwise"]
 PARTS = (
     *("prompt", "completion", "chosen", "rejected", "label", "margin"),
     *("completions", "labels", "messages", "instruction", "input", "output", "system", "tools", "context", "history"),
+    "images",
 )
 CHOSEN, REJECTED = zip(*PAIR_COLUMNS, strict=True)
 LABELS = ("label", "kto_tag")

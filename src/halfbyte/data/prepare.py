@@ -44,6 +44,7 @@ from .images import (
     any_values,
     has_placeholders,
     refuse_other_media,
+    with_image_column,
 )
 from .mixture import draw_rows
 from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
@@ -276,7 +277,7 @@ def _read(
             mapping=config.column_mapping,
             text_field=config.dataset_text_field,
         )
-        source = parse_csv_values(source, layout.columns, columns)
+        source = with_image_column(parse_csv_values(source, layout.columns, columns), config.column_mapping)
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (location, document), row in zip(documents(source, layout), source.rows, strict=True):

@@ -24,7 +24,7 @@ from .encode_answers import CUT, EQUAL, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
 from .formats import IMAGE_TYPES, Document, has_images
 from .image_processor import ImageProcessor
 from .images import COLUMNS as IMAGE_COLUMNS
-from .images import IMAGES, OTHER_MEDIA, STORED, ImageSource, any_values
+from .images import IMAGES, OTHER_MEDIA, STORED, ImageSource, any_values, with_image_column
 from .preference import Kind, recognise_rows, rows_in
 from .prepare import (
     ENCODED,
@@ -160,7 +160,8 @@ def _read(
         sources = read_sources(entries, config.dataset_split, evaluating=evaluating)
     for source in sources:
         layout = recognise_rows(source, row_type, config.column_mapping)
-        source, first = parse_csv_values(source, layout.columns), len(raw.texts)
+        source = with_image_column(parse_csv_values(source, layout.columns), config.column_mapping)
+        first = len(raw.texts)
         as_text, answers = True, config.method in DISTILLING and config.lmbda < 1
         for location, row in rows_in(source, layout, templated=template is not None, answers=answers):
             as_text = as_text and any("text" in document for document in row.get("answers", ()))
