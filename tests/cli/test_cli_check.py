@@ -179,9 +179,10 @@ def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_p
     said = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0)
     said = said[said.index("2 GPUs, 22.4 GiB ") :]
     assert "RTX 4090" in said.splitlines()[0]
-    lines = {line.split("}")[0] + "}": line for line in said.splitlines()[1:]}
+    plans = [line for line in said.splitlines() if line.startswith("{")]  # without lines of waits on a busy machine
+    lines = {line.split("}")[0] + "}": line for line in plans}
     assert [*lines][:5] == ["{data: 2}", "{shard: 2}", "{tensor: 2}", "{pipeline: 2}", "{context: 2}"]
-    assert all("fits" in line and " per step" in line and "weights" in line for line in said.splitlines()[1:6])
+    assert all("fits" in line and " per step" in line and "weights" in line for line in plans[:5])
     assert "gathered per step" in lines["{shard: 2}"]
     assert "parallel: {data: 2}:" in said
     assert not (tmp_path / "out").exists()
