@@ -81,6 +81,15 @@ def _pairs(factors_ptr, tile, i, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _pairs_transposed(factors_ptr, tile, i, CHUNK: tl.constexpr):
+    """e^(G_j − G_i), 0 where token j does not read token i."""
+    document = _factor(factors_ptr, tile, i, DOCUMENT, CHUNK)
+    sums = _factor(factors_ptr, tile, i, SUM, CHUNK)
+    visible = (document[:, None] == document[None, :]) & (i[:, None] <= i[None, :])
+    return tl.where(visible, tl.exp(sums[None, :] - sums[:, None]), 0.0)
+
+
+@triton.jit
 def _factors(
     query_ptr, key_ptr, decay_ptr, beta_ptr, first_ptr, factors_ptr,
     rows, tokens, key_heads, heads, key_size, query_stride, key_stride, scale, eps,
@@ -167,10 +176,11 @@ def _prepare(
     key_rstd = _factor(factors_ptr, tile, i, KEY_RSTD, CHUNK)
     pairs *= key_rstd[None, :]
     if BACKWARD:
-        scores = _products(query_ptr, query_stride, key_ptr, key_stride, index, inside, key_offset, key_size,
+        # Pᵀ is computed as such: Triton 3.4 to 3.7.0 miscompile dots of a dot's transposed result on Hopper.
+        scores = _products(key_ptr, key_stride, query_ptr, query_stride, index, inside, key_offset, key_size,
                            PRECISION, CHUNK, KEYS, KEY_BLOCK)  # fmt: skip
-        scores *= pairs * _factor(factors_ptr, tile, i, QUERY_RSTD, CHUNK)[:, None]
-        scores = tl.trans(scores)
+        scores *= _pairs_transposed(factors_ptr, tile, i, CHUNK)
+        scores *= key_rstd[:, None] * _factor(factors_ptr, tile, i, QUERY_RSTD, CHUNK)[None, :]
         for block in range(0, VALUES, VALUE_BLOCK):
             v = block + tl.arange(0, VALUE_BLOCK)
             grad = _tile(grad_ptr, index, inside, grad_stride, head * value_size, v, value_size).to(tl.float32)
@@ -307,7 +317,7 @@ def _pair_gradients(
     tile = ((row * heads + head) * tl.cdiv(tokens, CHUNK) + chunk).to(tl.int64)
     beta = _factor(factors_ptr, tile, i, BETA, CHUNK)
     matrix_at = tile * CHUNK * CHUNK + _at(i, i, CHUNK)
-    transposed = tl.trans(tl.load(inverse_ptr + matrix_at))
+    transposed = tl.load(inverse_ptr + tile * CHUNK * CHUNK + i[:, None] + i[None, :] * CHUNK)
     grad_p = tl.zeros((CHUNK, CHUNK), tl.float32)
     grad_a = tl.zeros((CHUNK, CHUNK), tl.float32)
     grad_beta = tl.zeros((CHUNK,), tl.float32)
@@ -402,7 +412,7 @@ def _key_gradients(
     query_rstd = _factor(factors_ptr, tile, i, QUERY_RSTD, CHUNK)
     key = _tile(key_ptr, index, inside, key_stride, key_head * key_size, d, key_size).to(tl.float32)
     grad_key = tl.zeros((CHUNK, KEYS), tl.float32)
-    grad_scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+    grad_scores = tl.zeros((CHUNK, CHUNK), tl.float32)  # transposed
     grad_products = tl.zeros((CHUNK, CHUNK), tl.float32)
     for head in range(key_head * in_group, (key_head + 1) * in_group):
         tile = ((row * heads + head) * tl.cdiv(tokens, CHUNK) + chunk).to(tl.int64)
@@ -436,12 +446,11 @@ def _key_gradients(
         tl.store(grad_decay_ptr + at, grad_decay.to(grad_decay_ptr.dtype.element_ty), mask=inside)
         tl.store(grad_beta_ptr + at, grad_beta.to(grad_beta_ptr.dtype.element_ty), mask=inside)
         matrix_at = tile * CHUNK * CHUNK + _at(i, i, CHUNK)
-        grad_scores += tl.load(grad_scores_ptr + matrix_at)
+        grad_scores += tl.load(grad_scores_ptr + tile * CHUNK * CHUNK + i[:, None] + i[None, :] * CHUNK)
         grad_products += tl.load(grad_products_ptr + matrix_at)
     grad_key = tl.dot(grad_products * key_rstd[None, :], key, grad_key, input_precision=PRECISION)
     query = _tile(query_ptr, index, inside, query_stride, key_head * key_size, d, key_size).to(tl.float32)
-    scaled = tl.trans(grad_scores * query_rstd[:, None])
-    grad_key = tl.dot(scaled, query, grad_key, input_precision=PRECISION)
+    grad_key = tl.dot(grad_scores * query_rstd[None, :], query, grad_key, input_precision=PRECISION)
     at = _at(index.to(tl.int64) * key_heads + key_head, d, key_size)
     grad_key = _unit_gradient(grad_key, key * key_rstd[:, None], key_rstd).to(grad_key_ptr.dtype.element_ty)
     tl.store(grad_key_ptr + at, grad_key, mask=inside[:, None] & (d < key_size)[None, :])
