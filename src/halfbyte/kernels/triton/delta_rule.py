@@ -438,7 +438,9 @@ def _key_gradients(
         through = tl.sum(tl.where(i == CHUNK - 1, start, 0.0), axis=0)
         grad_sums = tl.load(grad_sums_ptr + tile * CHUNK + i) + tl.load(grad_starts_ptr + tile * CHUNK + i)
         grad_sums += beta * from_start - from_end
-        grad_sums += tl.where(i == CHUNK - 1, tl.sum(from_end, axis=0) + through * overlap, 0.0)
+        # The sum over rows of a matrix: Triton 3.6 does not compile the sum of this vector on Blackwell.
+        of_last = tl.sum(tl.zeros((CHUNK, CHUNK), tl.float32) + from_end[:, None], axis=0) + through * overlap
+        grad_sums += tl.where(i == CHUNK - 1, of_last, 0.0)
         visible, _ = _pairs(factors_ptr, tile, i, CHUNK)
         grad_decay = tl.sum(tl.where(visible, grad_sums[:, None], 0.0), axis=0)
         grad_beta = tl.load(grad_beta_parts_ptr + tile * CHUNK + i) + from_start
