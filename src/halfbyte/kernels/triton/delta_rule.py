@@ -5,7 +5,7 @@ head. All else is computed for all chunks in parallel: 4 launches forward, 7 bac
 
 Factors of tokens (norms, decays, β) multiply rows of fp32 operands, so the 16-bit q, k, v and out's gradient enter
 matmuls exactly. Products k·k and q·k are exact; all other matmuls have at least one fp32 operand and run in TF32 on
-NVIDIA's GPUs, in fp32 on AMD's. All sums and intermediate tensors are fp32, 4.9 KB a token and value head with heads
+NVIDIA's GPUs, in fp32 on AMD's. All sums and intermediate tensors are fp32, 4.1 KB a token and value head with heads
 of 128. fp32 inputs would need three TF32 products each, which compile for minutes and spill 1.5 KB a thread.
 
 A program adds up the value heads of a key head in one order, so the bytes of gradients repeat.
