@@ -73,11 +73,15 @@ def test_documents_do_not_change_each_other():
 
 
 def test_some_heads_at_a_time(monkeypatch):
+    """On a GPU up to rounding: Triton compiles one head, and views of heads, on their own."""
     given = inputs(1, 66, 2, 2, 16, 16, torch.float16, packed=False)
     grad = random(*given[2].shape, dtype=torch.float16)
     whole = computed(kernels, grad, given)
     monkeypatch.setattr(kernels, "AT_ONCE", 66)
-    assert all(map(torch.equal, computed(kernels, grad, given), whole))
+    for left, right in zip(computed(kernels, grad, given), whole, strict=True):
+        if INTERPRETED:
+            assert torch.equal(left, right)
+        assert (exact(left) - exact(right)).norm() <= tolerance(torch.float16) * exact(right).norm()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="many programs")
