@@ -1,5 +1,5 @@
-"""What optimizers of any rule need: checks and properties of one parameter (its local shard, name, gradient, and offset
-in the full parameter), and the loss of a step's closure."""
+"""Functions for optimizers of any rule: checks and properties of one parameter (its local shard, name, gradient, and
+offset in the full parameter), and the loss of a step's closure."""
 
 from __future__ import annotations
 
