@@ -73,6 +73,7 @@ CASES = {
     "image_prepare_cpu": "image_step prepare --device cpu --pictures 96",
     "startup": "startup",
     "digits_cpu": "digits LLAMA-40M --work WORK",
+    "mmproj_answers_cpu": "mmproj_answers --work WORK",
     "board_cpu": "board --seconds 45 --peers",
 }
 

@@ -15,8 +15,8 @@ llama.cpp on the files. A row has, for both:
 
 and `as_server`: equal answers to the pictures that need no scaling if llama.cpp gets the prompt that llama-server
 writes, with the image alone in place of the chat template's text for it. A file that llama.cpp does not read gives its
-message. Rows are added to FILE; `--work` keeps what is trained. `--python` and `--packages` name another Python and its
-folder of packages with cyllama, whose llama.cpp reads the files.
+message. Rows are added to FILE; `--work` keeps what is trained. `--llamacpp PYTHON=FOLDER …` names Pythons and their
+folders of packages with cyllama, whose builds of llama.cpp read the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,28 @@ from benchmarks.llamacpp_reader import MARKER
 from benchmarks.tiny_image_models import MEDIA, READERS, Reader
 
 COLOURS = ((230, 30, 30), (30, 200, 40), (40, 50, 230), (245, 245, 245))
-QUESTIONS = ("Which colour?", "Which corner?")  # of the latter: above left, above right, below left, below right
+QUESTIONS = (
+    "Which colour?",
+    "Which corner?",
+)  # of the latter: above left, above right, below left, below right
 ANSWERS = (("red", "green", "blue", "white"), ("A", "B", "C", "D"))
-TRAINED, COMPARED = 600, 100
-STEPS = {"base": 240, "run": 60}
+TRAINED, COMPARED = 320, 100
+STEPS = {"base": 70, "run": 20}
 COMMON = {
     "freeze_vision_tower": False, "freeze_multi_modal_projector": False, "max_length": 512,
-    "lr_scheduler_type": "cosine", "warmup_steps": 20, "dtype": "float32",
+    "lr_scheduler_type": "cosine", "warmup_steps": 10, "dtype": "float32",
     "logging_steps": 20, "sample_prompts": 0, "seed": 7, "device": "cpu",
 }  # fmt: skip
 KEYS = {
-    "base": COMMON | {"use_peft": False, "load_in_4bit": False, "learning_rate": 1.5e-3},
-    "run": COMMON | {"load_in_4bit": True, "bnb_4bit_blocksize": 32, "r": 16, "lora_alpha": 32, "learning_rate": 1e-3},
+    "base": COMMON | {"use_peft": False, "load_in_4bit": False, "learning_rate": 2e-3},
+    "run": COMMON
+    | {
+        "load_in_4bit": True,
+        "bnb_4bit_blocksize": 32,
+        "r": 16,
+        "lora_alpha": 32,
+        "learning_rate": 1e-3,
+    },
 }
 BARE_PROJECTOR = ("gemma3",)  # a matrix outside of a linear layer, which LoRA does not adapt
 
@@ -77,9 +87,19 @@ def write_rows(folder: Path, name: str, sizes: Sequence[tuple[int, int]], seed: 
         facts = generator.integers(len(COLOURS), size=2).tolist()
         file, kind = f"{name}/{number}.png", number % 2
         picture(size, *facts, generator).save(folder / file)
-        row = {"image": str(folder / file), "question": QUESTIONS[kind], "answer": ANSWERS[kind][facts[kind]]}
-        content = [{"type": "image", "image": file}, {"type": "text", "text": row["question"]}]
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": row["answer"]}]
+        row = {
+            "image": str(folder / file),
+            "question": QUESTIONS[kind],
+            "answer": ANSWERS[kind][facts[kind]],
+        }
+        content = [
+            {"type": "image", "image": file},
+            {"type": "text", "text": row["question"]},
+        ]
+        turns = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": row["answer"]},
+        ]
         lines.append(json.dumps({"messages": turns}))
         rows.append(row)
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -108,8 +128,15 @@ def train(work: Path, name: str) -> None:
     sizes = sizes_of(reader, TRAINED // 2, 1, False) + sizes_of(reader, TRAINED // 2, 2, True)
     write_rows(work, "train", sizes, 3)
     for run, options in KEYS.items():
-        keys = options | {"max_steps": STEPS[run], "per_device_train_batch_size": reader.batch}
-        keys |= {"model_name_or_path": str(model), "dataset": str(work / "train.jsonl"), "output_dir": str(work / run)}
+        keys = options | {
+            "max_steps": STEPS[run],
+            "per_device_train_batch_size": reader.batch,
+        }
+        keys |= {
+            "model_name_or_path": str(model),
+            "dataset": str(work / "train.jsonl"),
+            "output_dir": str(work / run),
+        }
         if name in BARE_PROJECTOR and run == "run":
             keys["freeze_multi_modal_projector"] = True
         if not (work / run / "report.html").exists():
@@ -126,7 +153,10 @@ def train(work: Path, name: str) -> None:
 
 def prompt_of(tokenizer: Any, question: str) -> str:
     """Return a question as the chat template writes it, with the template's text for an image."""
-    turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+    turn = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": question}],
+    }
     return str(tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True))
 
 
@@ -139,7 +169,10 @@ def by_transformers(folder: Path, rows: Sequence[dict[str, str]]) -> tuple[np.nd
     from halfbyte.data.image_processor import ImageProcessor
     from halfbyte.loading.tokenizers import load_run_tokenizer
 
-    config = load_config(None, {"model_name_or_path": str(folder), "dataset": "none", "output_dir": "none"})
+    config = load_config(
+        None,
+        {"model_name_or_path": str(folder), "dataset": "none", "output_dir": "none"},
+    )
     tokenizer = load_run_tokenizer(config)
     processor = ImageProcessor(config, tokenizer).processor
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -156,7 +189,12 @@ def by_transformers(folder: Path, rows: Sequence[dict[str, str]]) -> tuple[np.nd
 def version_of(reader: Sequence[str]) -> str:
     """Return the build of llama.cpp in cyllama; `reader` as in `by_llamacpp`."""
     code = "import cyllama, pathlib; print(pathlib.Path(cyllama.__file__).with_name('build_config.json').read_text())"
-    printed = subprocess.run([reader[0], "-c", code], env=environment_of(reader), capture_output=True, check=True)
+    printed = subprocess.run(
+        [reader[0], "-c", code],
+        env=environment_of(reader),
+        capture_output=True,
+        check=True,
+    )
     return str(json.loads(printed.stdout)["versions"]["llama_cpp_version"])
 
 
@@ -165,7 +203,12 @@ def environment_of(reader: Sequence[str]) -> dict[str, str]:
     return os.environ | ({"PYTHONPATH": reader[1]} if reader[1] else {})
 
 
-def by_llamacpp(work: Path, prompts: Sequence[str], rows: Sequence[dict[str, str]], reader: Sequence[str]) -> Any:
+def by_llamacpp(
+    work: Path,
+    prompts: Sequence[str],
+    rows: Sequence[dict[str, str]],
+    reader: Sequence[str],
+) -> Any:
     """Return logits [N, vocabulary] and numbers of embeddings, or what llama.cpp said at the end of its process.
 
     Args:
@@ -177,13 +220,18 @@ def by_llamacpp(work: Path, prompts: Sequence[str], rows: Sequence[dict[str, str
     command = [reader[0], Path(__file__).with_name("llamacpp_reader.py"), *files]
     done = subprocess.run(command, env=environment_of(reader), capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return "\n".join(lines[-8:])
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        return next((line for line in lines if "GGML_ASSERT" in line or "rror: " in line), lines[-1])
     answers = np.load(work / "answers.npz")
     return answers["logits"], answers["tokens"].tolist()
 
 
-def compared(expected: tuple[np.ndarray, list[int]], answers: Any, rows: Sequence[dict[str, str]], first: Any) -> Any:
+def compared(
+    expected: tuple[np.ndarray, list[int]],
+    answers: Any,
+    rows: Sequence[dict[str, str]],
+    first: Any,
+) -> Any:
     """Return the figures of a row, or llama.cpp's message.
 
     Args:
@@ -202,51 +250,58 @@ def compared(expected: tuple[np.ndarray, list[int]], answers: Any, rows: Sequenc
             "right": int(right.sum()), "tokens": same}  # fmt: skip
 
 
-def measure(work: Path, name: str, reader: Sequence[str]) -> dict[str, Any]:
-    """Return the row of a trained model."""
+def measure(work: Path, name: str, readers: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the row of a trained model for each build of llama.cpp.
+
+    Args:
+        readers: build → reader, as in `by_llamacpp`.
+    """
     from transformers import AutoTokenizer
 
     kind = READERS[name]
     tokenizer = AutoTokenizer.from_pretrained(work / "merged")
-    row = {}
+    result: dict[str, Any] = {build: {} for build in readers}
     for part, is_scaled in (("unscaled", False), ("scaled", True)):
         rows = write_rows(work, part, sizes_of(kind, COMPARED, 4, is_scaled), 5)
         texts = [prompt_of(tokenizer, row["question"]) for row in rows]
         expected = by_transformers(work / "merged", rows)
-
-        def answered(around: str, texts: Any = texts, rows: Any = rows, expected: Any = expected) -> Any:
-            prompts = [text.replace(kind.shape.image, around.replace(MEDIA, MARKER)) for text in texts]
-            answers = by_llamacpp(work, prompts, rows, reader)
-            return compared(expected, answers, rows, lambda answer: tokenizer(answer)["input_ids"][0])
-
-        row[part] = answered(kind.around)
-        if kind.around != MEDIA and not is_scaled:
-            row["as_server"] = answered(MEDIA)
-    return row
+        prompts = {part: kind.around} | ({"as_server": MEDIA} if kind.around != MEDIA and not is_scaled else {})
+        for build, reader in readers.items():
+            for key, around in prompts.items():
+                written = [text.replace(kind.shape.image, around.replace(MEDIA, MARKER)) for text in texts]
+                answers = by_llamacpp(work, written, rows, reader)
+                result[build][key] = compared(
+                    expected,
+                    answers,
+                    rows,
+                    lambda answer: tokenizer(answer)["input_ids"][0],
+                )
+    return result
 
 
 def parser() -> argparse.ArgumentParser:
     options = parser_of(__doc__)
     options.add_argument("--work", type=Path, required=True, help="folder for models, rows and runs")
     options.add_argument("--models", nargs="+", choices=READERS, default=list(READERS))
-    options.add_argument("--python", default=sys.executable, help="Python with cyllama (default: this one)")
-    options.add_argument("--packages", default="", metavar="FOLDER", help="PYTHONPATH for it")
+    options.add_argument(
+        "--llamacpp", nargs="+", default=[f"{sys.executable}="], metavar="PYTHON=FOLDER",
+        help="Pythons with cyllama, and PYTHONPATH for each (default: this one)",
+    )  # fmt: skip
     return options
 
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parser().parse_args(words)
-    reader = (options.python, options.packages)
-    version = version_of(reader)
+    readers = {version_of(reader): reader for reader in (text.split("=", 1) for text in options.llamacpp)}
     result: dict[str, Any] = {}
     if options.json and options.json.exists():
         result = json.loads(options.json.read_text())["llama.cpp"]
-    rows = result.setdefault(version, {})
     for name in options.models:
         work = options.work / name
         train(work, name)
-        rows[name] = measure(work, name, reader)
-        print(version, name, json.dumps(rows[name]), flush=True)
+        for build, row in measure(work, name, readers).items():
+            result.setdefault(build, {})[name] = row
+            print(build, name, json.dumps(row), flush=True)
         write_result(options.json, {"steps": STEPS, "compared": COMPARED, "llama.cpp": result})
 
 

@@ -171,7 +171,7 @@ READERS = {
                        "use_bidirectional_attention": "vision"},
                     "vision_config": {
                        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
-                       "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 64,
+                       "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 256,
                        "initializer_range": 0.1},
                     "audio_config": None},
                    {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",

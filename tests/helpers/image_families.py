@@ -146,6 +146,12 @@ MODELS_OF_IMAGES = {
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
+    "pixtral": ImageModel(  # a LLaVA with another processor
+        *MODELS["pixtral"], {"image_token_index": "[IMG]", "image_token_id": "[IMG]"}, "PixtralProcessor",
+        {"0": "[IMG]", "1": "[IMG_BREAK]", "2": "[IMG_END]"}, "[IMG]",
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+        {"patch_size": 14, "spatial_merge_size": 1},
+    ),
     "llava_next": ImageModel(
         "LlavaNext", {"text_config": LLAMA, "vision_config": CLIP, "image_grid_pinpoints": [[112, 224], [224, 112]]},
         IMAGE_IDS, "LlavaNextProcessor", IMAGE, "<image>\n",

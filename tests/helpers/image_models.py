@@ -87,7 +87,9 @@ def skip_without_torchvision(folder, name):
 def load_processor(folder, name):
     """transformers' processor from a folder's files, which without torchvision needs no videos."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    processor = _processor_class(getattr(transformers, f"{MODELS_OF_IMAGES[name].family}Config")())
+    processor = _processor_class(
+        getattr(transformers, f"{MODELS_OF_IMAGES[name].family}Config")(), MODELS_OF_IMAGES[name].processor
+    )
     parts = {"tokenizer": tokenizer, "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil")}
     parts = [parts.get(attribute) for attribute in processor.get_attributes()]
     return processor.from_args_and_dict(parts, processor.get_processor_dict(folder)[0])

@@ -226,10 +226,10 @@ class ImageProcessor:
             if self.limits:
                 image_processor = load(**self.size_options(image_processor))
             order_levels_first(image_processor)
-            processor_class = _processor_class(self.model_config)
+            stored, _ = transformers.ProcessorMixin.get_processor_dict(name, revision=revision)
+            processor_class = _processor_class(self.model_config, stored.get("processor_class"))
             parts = {"image_processor": image_processor, "tokenizer": self.tokenizer}
             attributes = [parts.get(attribute) for attribute in processor_class.get_attributes()]
-            stored, _ = processor_class.get_processor_dict(name, revision=revision)
             processor = processor_class.from_args_and_dict(attributes, stored)
         missing = {
             "the processor has no placeholder for an image": getattr(processor, "image_token", None) is None,
@@ -580,15 +580,18 @@ def _packages_named(name: str) -> Iterator[None]:
         raise
 
 
-def _processor_class(config: Any) -> Any:
+def _processor_class(config: Any, name: str | None = None) -> Any:
     """Return transformers' class of processors for a config. Its video processor, which needs torchvision, may be None.
+
+    Args:
+        name: class in the model's files, which may differ from the config's: Pixtral's checkpoints are LLaVA models.
 
     Without torchvision, transformers has a placeholder for Pixtral's class, since its module imports a function of the
     other backend if images can be read at all. The class does not need it.
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    processor_class = PROCESSOR_MAPPING[type(config)]
+    processor_class = getattr(transformers, name or "", PROCESSOR_MAPPING[type(config)])
     if hasattr(processor_class, "_backends"):
         with mock.patch.object(transformers.utils, "is_vision_available", return_value=False):
             module = importlib.import_module(processor_class.__module__)

@@ -153,13 +153,13 @@ def _report_token_limits(vision: Vision, pixels: tuple[int | None, int | None]) 
     """
     tower, vision_config = vision.tower, vision.config.vision_config
     frames = vision_config.temporal_patch_size if tower.limited_frames else 1
-    unit = (vision_config.patch_size * vision_config.spatial_merge_size) ** 2 * frames
+    unit = (vision_config.patch_size * vision_config.spatial_merge_size) ** 2
     size = vision.processor.get("size") or {}
     flags = []
     for name, edge, limit, default in zip(
         ("min", "max"), ("shortest_edge", "longest_edge"), pixels, tower.image_tokens, strict=True
     ):
-        limit = limit or vision.processor.get(f"{name}_pixels") or size.get(edge)
+        limit = limit or vision.processor.get(f"{name}_pixels") or size.get(edge, 0) // frames
         if limit and limit // unit != default:
             flags.append(f"--image-{name}-tokens {max(limit // unit, 1)}")
     if flags:
