@@ -153,7 +153,9 @@ MODELS_OF_IMAGES = {
         {"patch_size": 14, "spatial_merge_size": 1},
     ),
     "llava_next": ImageModel(
-        "LlavaNext", {"text_config": LLAMA, "vision_config": CLIP, "image_grid_pinpoints": [[112, 224], [224, 112]]},
+        "LlavaNext",
+        {"text_config": LLAMA | {"max_position_embeddings": 512}, "vision_config": CLIP,
+         "image_grid_pinpoints": [[112, 224], [224, 112]]},
         IMAGE_IDS, "LlavaNextProcessor", IMAGE, "<image>\n",
         {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 112},
          "crop_size": {"height": 112, "width": 112}, "image_grid_pinpoints": [[112, 224], [224, 112]]},

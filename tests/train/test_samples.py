@@ -54,6 +54,7 @@ def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys
 def test_answers_are_limited_by_the_context():
     model = tiny_llama(max_position_embeddings=12)
     assert [len(text.split()) for text in answers(model, [4, 10, 12, 15])[1]] == [6, 2, 0, 0]
+    assert "long-samples" in notices.notices_so_far()
 
 
 CHECKPOINTED = {"theirs": {"use_kernels": False}, "whole": {"use_peft": False, "load_in_4bit": False}, "ours": {}}

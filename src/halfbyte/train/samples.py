@@ -29,6 +29,7 @@ from ..ops import IGNORE_INDEX
 from ..parallel.shard.model import sharded
 from ..runs.metrics import MetricsFile
 from ..utils.hardware import free_cached_memory
+from ..utils.notices import notice
 from ..utils.waiting import waiting
 from .checkpoint import random_states, set_random_states
 
@@ -210,6 +211,9 @@ def answer(
     lengths = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids)) for prompt in prompts]
     fitting = [at for at, new in enumerate(lengths) if new > 0]
     answers = [""] * len(prompts)
+    if long := len(prompts) - len(fitting):
+        notice("long-samples", f"{long} of {len(prompts)} sample prompts fill the model's context of {limit} tokens: "
+               "they get no answers")  # fmt: skip
     free_cached_memory(device)
     try:
         size = len(fitting) if sharded(model) else PROMPTS_PER_BATCH.get(device.type, 1)
