@@ -182,9 +182,7 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
     job.progress.state, job.progress.total_steps = "loading", run.total_steps
     measured: dict[str, int] = {}
     dtype = run.machine.compute_dtype
-    if run.checkpoint is not None:
-        line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
-        console.print(one_line(line), soft_wrap=True)
+    _print_resumed(run, console)
     hub = HubRepository(run.config) if run.config.push_to_hub and run.mesh.is_main else None
     models = source.digests(run)
     model = source.load(run, measured)
@@ -276,6 +274,12 @@ def _run(job: OpenRun, console: Console, source: ModelSource) -> Steps[RunResult
     if hub is not None:
         console.print(one_line(hub.finish(job.output / saved_in(run.config))), soft_wrap=True)
     return RunResult(job.output, summarize(job, measured))
+
+
+def _print_resumed(run: PreparedRun, console: Console) -> None:
+    if run.checkpoint is not None:
+        line = f"resuming from {run.checkpoint}: {step_of(run.checkpoint)} of {run.total_steps} steps are done"
+        console.print(one_line(line), soft_wrap=True)
 
 
 def _answers(job: OpenRun, answers: Sequence[tuple[samples.Prompt, str, str]]) -> list[tuple[Any, ...]]:
