@@ -58,12 +58,21 @@ SLOW["lfm2_vl"] = [pytest.mark.slow, NEEDS_TORCHVISION]
 # `merge` refuses adapters on Qwen3-VL's experts, which its checkpoints store transposed.
 KEYS = {"qwen3_vl_moe": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}
 # Small updates, since bfloat16's rounding of merged weights adds up in their recurrences and over many image tokens.
-SMALLER = (
-    *("qwen3_5", "qwen3_5_moe", "llava_onevision"),
-    *("gemma4", "exaone4_5"),
-)
-KEYS |= {name: {"learning_rate": 1e-2, "max_steps": 32} for name in SMALLER}
-KEYS["vipllava"] = {"max_steps": 32}  # after 24 steps two tokens tie
+KEYS |= {
+    name: {"learning_rate": 1e-2, "max_steps": 32} for name in ("qwen3_5", "qwen3_5_moe", "llava_onevision", "gemma4")
+}
+ROUNDING = 0.2  # of logits, since merged weights are bfloat16
+
+
+def assert_same_answer(answer, other):
+    """Tokens are equal up to one whose two largest logits differ by no more than rounding."""
+    begin = answer.sequences.shape[1] - len(answer.logits)
+    pairs = zip(answer.sequences[0, begin:], other.sequences[0, begin:], answer.logits, strict=False)
+    for token, other_token, logits in pairs:
+        if token != other_token:
+            largest, second = logits[0].topk(2).values
+            assert largest - second < ROUNDING
+            return
 
 
 @pytest.mark.parametrize(
@@ -96,9 +105,10 @@ def test_adapter_and_merged_model_answer_about_an_image_in_transformers(name, tm
     for model, folder in ((adapted, output / "adapter"), (merged, tmp_path / "merged")):
         inputs = inputs_of(folder, name, picture)
         with torch.no_grad():
-            answers.append((model.generate(**inputs, max_new_tokens=12, do_sample=False), model(**inputs).logits))
-    assert torch.equal(answers[0][0], answers[1][0])
-    torch.testing.assert_close(answers[0][1], answers[1][1], rtol=0, atol=0.2)  # merged weights are bfloat16
+            options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            answers.append((model.generate(**inputs, max_new_tokens=12, **options), model(**inputs).logits))
+    assert_same_answer(answers[0][0], answers[1][0])
+    torch.testing.assert_close(answers[0][1], answers[1][1], rtol=0, atol=ROUNDING)
     inputs["pixel_values"] = torch.full_like(inputs["pixel_values"], 0.1)
     with torch.no_grad():
         assert (merged(**inputs).logits - answers[1][1]).abs().max() > 0.01  # it reads the image
