@@ -208,10 +208,10 @@ def recorded(target: Target, cubin: Callable[..., cuda.Image] = cuda.cubin) -> I
         enter(assumed(target.device))
         enter(mock.patch.object(Launcher, "_launch", record))
         for module in modules():
-            for name in ("_kernel", "_image"):
-                if hasattr(module, name):
-                    getattr(module, name).cache_clear()
-                    stack.callback(getattr(module, name).cache_clear)
+            for name, function in vars(module).items():
+                if name.endswith(("_kernel", "_image")) and hasattr(function, "cache_clear"):
+                    function.cache_clear()
+                    stack.callback(function.cache_clear)
             for name, value in (("Kernel", Recorded), ("cubin", compiled)):
                 if hasattr(module, name):
                     enter(mock.patch.object(module, name, value))
