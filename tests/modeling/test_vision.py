@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import halfbyte
@@ -101,6 +102,16 @@ def test_classes_are_known_by_what_they_compute(name, fused, tmp_path):
     vision.bind_vision(model)
     towers = [model.get_submodule(part) for part in non_text_modules(model)]
     assert sum(map(bound_forwards, towers), Counter()) == fused
+
+
+@pytest.mark.parametrize("context", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+def test_classes_are_known_where_tensors_have_no_values(context, tmp_path):
+    """The memory plan may be the first to bind; the answers are kept for the run after it."""
+    model = save_image_model(tmp_path, "qwen2_5_vl")
+    tower_forwards._computes.cache_clear()
+    with context():
+        vision.bind_vision(model)
+    assert bound_forwards(model.model.visual).keys() == {"rms_norm", "attention", "gated", "patch"}
 
 
 @pytest.mark.parametrize("storage", ["plain", "nf4"])

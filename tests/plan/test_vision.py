@@ -94,6 +94,16 @@ def test_image_rows_are_planned_with_cuda_graphs_if_nothing_before_the_language_
     assert shapes.vision_bytes(batch, 0, False, graphs=0) == shapes.vision_bytes(batch, 0, False) + width
 
 
+def test_models_whose_graphs_no_gpu_has_confirmed_run_eagerly(tmp_path):
+    save_image_model(tmp_path, "llava")
+    write_image_rows(tmp_path)
+    config = configured(tmp_path)
+    tokenizer = load_run_tokenizer(config)
+    shapes = ModelShapes(config, load_model_config(str(tmp_path)), torch.device("cuda"))
+    shapes.images = most_images(config, prepare(config, tokenizer), tokenizer, cached=False)
+    assert not shapes.images_before_graphs
+
+
 def test_gated_units_of_a_trained_tower_are_planned_without_their_kernel(tmp_path):
     """The kernel would read the addresses of fake tensors, which ends the process."""
     save_image_model(tmp_path, "gemma4")

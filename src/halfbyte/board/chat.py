@@ -299,7 +299,7 @@ def chat_page(
 
 
 def _choice(all_runs: Sequence[Summary], weights: Weights, other: Weights | None) -> str:
-    """Return the form that chooses a checkpoint of the run, and weights on the same base beside it."""
+    """Return the form with two choices: a checkpoint of the run, and other weights to compare with it."""
 
     def options(choices: Sequence[tuple[str, str]], chosen: str) -> str:
         return "".join(

@@ -82,8 +82,8 @@ def with_head_rows(collate: Callable[[Any], Batch], share: float | None) -> Call
         if count < needed or count > HEAD_SHARES[-1] * len(trained):
             return batch
         positions = trained.nonzero().flatten()
-        others = (~trained).nonzero().flatten()[: count - len(positions)]
-        return batch | {HEAD_ROWS: torch.cat([positions, others]).sort().values}
+        untrained = (~trained).nonzero().flatten()[: count - len(positions)]
+        return batch | {HEAD_ROWS: torch.cat([positions, untrained]).sort().values}
 
     return collated
 

@@ -400,8 +400,10 @@ class ImageProcessor:
         return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in encoded), None)
 
     def copies(self, image: Mapping[str, Any]) -> int:
-        """Return how often a stored image stands in a row in which it has its number of tokens: 2 if it has others
-        alone."""
+        """Return how many copies of a stored image a row needs for the image to have its stored number of tokens.
+
+        In some families an image has more tokens if it is the only one of its row; then 2 for one of a row of several.
+        """
         if not self.family.by_count:
             return 1
         alone = self.expansion(opened(image).size, several=False, location=image["location"])

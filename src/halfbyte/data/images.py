@@ -333,7 +333,7 @@ def _undecoded(stored: Mapping[str, Any]) -> Iterator[Image]:
 
 @contextlib.contextmanager
 def _decoding(label: str, content: bytes = b"") -> Iterator[None]:
-    """Turn errors of PIL's decoders into DataErrors that begin with `label`.
+    """Raise errors of PIL's decoders as DataErrors whose message begins with `label`.
 
     Args:
         content: of the file, whose first bytes name its kind if PIL does not know it.
@@ -377,7 +377,7 @@ def require_pillow() -> None:
 
 
 def _kind_of(content: bytes) -> str:
-    """Return what a file without an image's header seems to be, by its first bytes."""
+    """Return the kind of a file that PIL cannot identify, guessed from its first bytes."""
     return next((name for pattern, name in UNREAD.items() if pattern.match(content[:1024])), "it is of no known kind")
 
 
@@ -428,7 +428,7 @@ def _base64(text: str) -> bytes:
 
 @contextlib.contextmanager
 def _located(location: str) -> Iterator[None]:
-    """Begin the message of a DataError with the row's location."""
+    """Add the row's location to the beginning of a DataError's message."""
     try:
         yield
     except DataError as error:

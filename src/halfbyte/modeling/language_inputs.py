@@ -25,6 +25,8 @@ from .layer import causal_lm_of
 
 DEEPSTACK, IMAGE_TOKENS = "deepstack_visual_embeds", "visual_pos_masks"  # arguments of Qwen3-VL's language model
 IMAGES_EAGER = "steps on images run without CUDA graphs"  # in notices
+# Model types whose steps with graphs equalled eager ones on a GPU (tests/train/test_image_graphs.py).
+CONFIRMED = {"qwen2_5_vl", "qwen3_5", "mistral3", "gemma3"}
 READ_BEFORE = (POSITION_IDS, ROPE_POSITIONS, *BOUNDS, *LONGEST)  # columns that only the model's forward reads
 
 
@@ -62,8 +64,8 @@ class LanguageInputs:
             forward(batch)
         if not recorded or recorded[0].get("inputs_embeds") is None:
             raise ModelError(f"{type(self.language_model).__name__} gets no embeddings", "please report the model")
-        kept = {name: value for name, value in batch.items() if not _is_read_before(name, value)}
-        return kept | language_columns(self._uniform(recorded[0]))
+        columns = {name: value for name, value in batch.items() if not _is_read_before(name, value)}
+        return columns | language_columns(self._uniform(recorded[0]))
 
     @contextlib.contextmanager
     def _recording(self, recorded: list[dict[str, Any]]) -> Iterator[None]:

@@ -21,7 +21,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -40,6 +39,7 @@ from ..autograd.norms import layer_norm, rms_norm
 from ..autograd.rope import rope
 from ..dispatch import on_compiler
 from ..formats.base import is_quantized
+from ..formats.codebooks import constant
 from ..layers.plain import is_plain_lora, read_linear
 from ..ops.rope import rotate
 from .families import ACTIVATIONS
@@ -48,7 +48,7 @@ from .patch_record import existing_record, record
 from .projections import lora_forward
 
 VISION_NAME = "halfbyte_flash_vision"  # transformers gives `cu_seqlens` to implementations named "...flash..."
-LONG = 1024  # patches from which cuDNN's attention is faster; each number and length of images is compiled once
+LONG = 1024  # fewest patches of an image for cuDNN's attention; it compiles each number and length of images, 0.5 s
 FLASH_WIDTH = 8  # FlashAttention's heads are multiples of this many values
 ALIGNED = 8  # values of 16 bits; cuBLAS' fast GEMMs read rows of multiples of them
 PADDED = 64  # a padded row is a multiple of this many values
@@ -134,12 +134,12 @@ def _fused_forward(module: Any, in_block: bool) -> Forward | None:
     return None
 
 
-@cache
+@constant
 def _computes(function: Forward, kind: str) -> bool:
     """Return whether a class's forward, or a function, computes a norm, a gated unit or a rotation as known here."""
     generator = torch.Generator().manual_seed(0)
-    x, y, cos, sin = (torch.randn(3, 2, 8, generator=generator) for _ in range(4))
-    weight = torch.linspace(0.5, 2, 8)
+    x, y, cos, sin = (torch.randn(3, 2, 8, generator=generator, device="cpu") for _ in range(4))
+    weight = torch.linspace(0.5, 2, 8, device="cpu")
     unit = {
         "gate_proj": lambda x: 2 * x, "up_proj": lambda x: x + 1, "act_fn": torch.sigmoid, "down_proj": lambda x: 3 * x,
     }  # fmt: skip

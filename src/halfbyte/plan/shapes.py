@@ -41,7 +41,7 @@ from ..modeling.checkpointing import TILE_ROWS
 from ..modeling.config_facts import has_sinks
 from ..modeling.experts import names_of
 from ..modeling.families import family_of_config
-from ..modeling.language_inputs import IMAGES_EAGER, unsplit_reason
+from ..modeling.language_inputs import CONFIRMED, IMAGES_EAGER, unsplit_reason
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
@@ -344,8 +344,14 @@ class ModelShapes:
         """Return whether the images of a batch, if it has some, can be computed before its CUDA graph."""
         if self.images is None:
             return True
-        is_split = self.config.method in SPLIT_METHODS
-        reason = unsplit_reason(self.model) if is_split else f"with method: {self.config.method}"
+        model_type = self.causal_lm.config.model_type
+        reason: str | None
+        if self.config.method not in SPLIT_METHODS:
+            reason = f"with method: {self.config.method}"
+        elif model_type not in CONFIRMED:
+            reason = f"those of {model_type} have not been shown to equal eager ones on a GPU"
+        else:
+            reason = unsplit_reason(self.model)
         if reason is not None:
             notice("image-graphs", f"{IMAGES_EAGER}: {reason}")
         return reason is None
